@@ -38,7 +38,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def two_tenants(
-    root: Path, quota: TenantOptions | None = None, *, max_connections: int = 4096
+    root: Path, quota: TenantOptions | None = None, *, max_connections: int = 4096, hold_s: float = 5
 ) -> AsyncIterator[Site]:
     """Start a server with two tenants, each with `quota`, or with the default quota if `quota` is None."""
     key_file = root / "keys"
@@ -50,7 +50,7 @@ async def two_tenants(
         tenant_quota=quota or TenantOptions(),
         max_connections=max_connections,
     )
-    context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
+    context = fake_context(root / "checkpoints", retention=Retention(hold_s=hold_s), settings=settings)
     engine = fake_engine(context)
     engine.info = replace(engine.info, vocab_size=257, max_context_length=2000)
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))

@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
+from starlette.types import Message
 
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
@@ -29,17 +30,18 @@ from skyrl_tx_server.engine.operations import (
     SampledSequence,
     SampleResult,
     SamplingSettings,
+    SaveSampler,
     StopReason,
     TopkLogprobs,
     TrainDatum,
 )
 from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.http import large_reply
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.app_state import MAX_THREADS
-from skyrl_tx_server.http.http_handler import StartupState
-from skyrl_tx_server.http.large_reply import LargeReply
+from skyrl_tx_server.http.app_state import MAX_LARGE_REPLIES, MAX_THREADS
+from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, StartupState
 from skyrl_tx_server.http.listening import BoundedServer
-from skyrl_tx_server.http.routes import openai
+from skyrl_tx_server.http.routes import futures, openai
 from skyrl_tx_server.http.shares import MAX_STEPS, EngineShare
 from tests.fakes.event_loop import unloaded_clock
 from tests.security.tenants import MODEL, Site, two_tenants
@@ -146,7 +148,8 @@ def topk(num_positions: int, k: int) -> TopkLogprobs:
     )
 
 
-async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> None:
+def submit_large(site: Site, num_positions: int) -> dict[str, str]:
+    """Give Alice a result with top-k logprobs. Return the body of a poll for it."""
     sequence = SampledSequence(
         tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), stop_reason=StopReason.LENGTH
     )
@@ -156,9 +159,14 @@ async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> N
             sequences=(sequence,),
             prompt_logprobs=None,
             prompt_cache_hit_tokens=0,
-            topk_prompt_logprobs=topk(2000, 600),
+            topk_prompt_logprobs=topk(num_positions, 600),
         )
     )
+    futures_of_alice = site.context.for_tenant("alice").futures
+    return {"request_id": futures_of_alice.submit(lambda: sampled, kind="sample", key=None)}
+
+
+async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> None:
     longest_s, clock = 0.0, unloaded_clock()
 
     async def watch() -> None:
@@ -169,42 +177,101 @@ async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> N
             longest_s = max(longest_s, clock() - before)
 
     async with two_tenants(tmp_path) as site:
-        request_id = site.context.for_tenant("alice").futures.submit(lambda: sampled, kind="sample", key=None)
+        poll_body = submit_large(site, 2000)
         watcher = asyncio.create_task(watch())
-        reply = await site.alice.post("/api/v1/retrieve_future", json={"request_id": request_id})
+        reply = await site.alice.post("/api/v1/retrieve_future", json=poll_body)
         await asyncio.sleep(0)  # the watcher measures the last gap
         watcher.cancel()
     assert json.loads(reply.content)["topk_prompt_logprobs"] == [[[0, -1.5]] * 600] * 2000
     assert longest_s < MAX_GAP_S
 
 
-async def test_few_large_results_are_in_memory_at_the_same_time() -> None:
-    """The clients do not read the replies, so `send` waits."""
-    num_encoded = 0
+def text_body(route: str, length: int) -> dict[str, object]:
+    text = "x" * length
+    if route == "completions":
+        return {"model": MODEL, "prompt": text}
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}]}
 
-    def encode() -> bytes:
-        nonlocal num_encoded
-        num_encoded += 1
-        return b"x" * (1 << 20)
 
-    sent: asyncio.Queue[int] = asyncio.Queue()
+async def test_a_poll_for_a_large_result_waits_for_others(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path, hold_s=0.2) as site:
+        poll_body, large_replies = submit_large(site, 100), site.context.for_tenant("alice").large_replies
+        for _ in range(MAX_LARGE_REPLIES):
+            await large_replies.acquire()  # as for a client that does not read its reply
+        for _ in range(2):
+            reply = await site.alice.post("/api/v1/retrieve_future", json=poll_body)
+            assert (reply.status_code, reply.json()["type"]) == (408, "try_again")
+        large_replies.release()
+        for _ in range(2):  # the first reply frees its place
+            reply = await site.alice.post("/api/v1/retrieve_future", json=poll_body)
+            assert (reply.status_code, reply.json()["type"]) == (200, "sample")
 
-    async def send(message: object) -> None:
-        await sent.put(1)
-        await asyncio.Event().wait()
 
-    threads = asyncio.Semaphore(MAX_THREADS)
-    replies = [LargeReply(encode, threads, media_type="application/json") for _ in range(5)]
-    tasks = [asyncio.create_task(reply({}, asyncio.Event().wait, send)) for reply in replies]  # type: ignore[arg-type]
-    for _ in range(MAX_THREADS):
-        await sent.get()
-    assert num_encoded == MAX_THREADS
-    tasks[0].cancel()
-    await sent.get()
-    assert num_encoded == MAX_THREADS + 1
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def test_a_large_result_is_not_encoded_after_a_disconnect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[object] = []
+    monkeypatch.setattr(futures, "result_to_json", lambda *args: encoded.append(args))
+    async with two_tenants(tmp_path) as site:
+        body = json.dumps(submit_large(site, 100)).encode()
+        messages: list[Message] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        async def send(message: Message) -> None:
+            pass
+
+        headers = {"x-api-key": site.alice.headers["x-api-key"], "content-type": "application/json"}
+        await build_app(StartupState(state=site.context))(
+            {
+                "type": "http",
+                "method": "POST",
+                "path": "/api/v1/retrieve_future",
+                "query_string": b"",
+                "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            },
+            receive,
+            send,
+        )
+        assert not messages and not encoded
+        assert site.context.requests["POST", "/api/v1/retrieve_future", CLIENT_CLOSED_REQUEST] == 1
+
+
+async def test_a_large_result_that_cannot_be_encoded_is_a_400(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object) -> None:
+        raise ValueError("bad result")
+
+    monkeypatch.setattr(futures, "result_to_json", fail)
+    async with two_tenants(tmp_path) as site:
+        for _ in range(MAX_LARGE_REPLIES + 1):
+            reply = await site.alice.post("/api/v1/retrieve_future", json=submit_large(site, 100))
+            assert (reply.status_code, "bad result" in reply.text) == (400, True)
+
+
+async def test_a_client_that_reads_a_reply_too_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_reply, "WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(large_reply, "MIN_BYTES_PER_S", 1 << 30)
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        await asyncio.sleep(0 if len(sent) < 3 else 3600)
+
+    async with asyncio.timeout(30):
+        await large_reply.LargeReply(b"x" * (1 << 20))({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+    assert len(sent) == 3 and sent[-1]["more_body"]
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+async def test_short_texts_do_not_wait_for_long_texts(route: str, tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as site, asyncio.timeout(30):
+        for _ in range(MAX_THREADS):
+            await site.context.for_tenant("alice").threads.acquire()
+        reply = await site.alice.post(f"/v1/{route}", json=text_body(route, 3000))
+        assert reply.status_code == 400 and "context length" in reply.text
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
@@ -223,16 +290,14 @@ async def test_long_texts_of_a_tenant_leave_threads_to_others(
         loop.set_default_executor(pool)
         async with two_tenants(tmp_path) as site, asyncio.timeout(50):
             monkeypatch.setattr(openai, "load_tokenizer", slow_tokenizer)
-            text = "x" * (100 << 10)
-            body = {"model": MODEL, "prompt": text, "messages": [{"role": "user", "content": text}]}
-            del body["messages" if route == "completions" else "prompt"]
+            body = text_body(route, 100 << 10)
             tasks = [asyncio.create_task(site.alice.post(f"/v1/{route}", json=body)) for _ in range(8)]
             for _ in range(MAX_THREADS):
                 await started.get()
             try:
                 async with asyncio.timeout(20):
                     assert (await site.bob.get("/v1/models")).status_code == 200
-                assert site.context.for_tenant("alice").bodies.used_bytes > 8 * len(text), (
+                assert site.context.for_tenant("alice").bodies.used_bytes > 8 * (100 << 10), (
                     "the texts that wait for a thread are counted"
                 )
             finally:
@@ -267,8 +332,9 @@ def test_the_number_of_waiting_steps_of_a_tenant_is_limited() -> None:
     first = share.submit(step)
     for _ in range(MAX_STEPS - 1):
         share.submit(step)
-    with pytest.raises(CapacityError, match="wait for earlier requests"):
-        share.submit(step)
+    for op in (step, SaveSampler(model_id="m", weights="tinker://m/sampler_weights/s")):
+        with pytest.raises(CapacityError, match="wait for earlier requests"):
+            share.submit(op)
     first.cancel()
     assert isinstance(share.submit(step), concurrent.futures.Future)
 
