@@ -359,6 +359,7 @@ def _app_state(
             ),
             tenant_keys=keys,
             tenant_quota=config,
+            max_connections=connection_limit(config.max_connections, raise_file_limit()),
             sample_max_concurrent_requests=sample_requests,
         ),
     )

@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -159,9 +159,12 @@ class FutureStore:
         entry = self._entries.get(request_id)
         return None if entry is None else entry.session_id
 
-    async def wait(self, request_id: str) -> Outcome | None:
-        """Wait for the outcome and return it. Return None if the hold time passes or the server stops before
-        the request has ended. Raise FutureLostError for an unknown id."""
+    async def wait(
+        self, request_id: str, before_delivery: Callable[[Outcome], Awaitable[None]] | None = None
+    ) -> Outcome | None:
+        """Wait for the outcome and for `before_delivery(outcome)`, and return the outcome. It counts as
+        delivered. Return None if the hold time passes, or if the server stops before the request has ended.
+        Raise FutureLostError for an unknown id."""
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(
@@ -169,12 +172,14 @@ class FutureStore:
                 "removed (a while after its delivery, or because the results exceeded the limits of the "
                 "store); if it was a sample request, send it again"
             )
-        if not entry.woken.is_set() and not self._closed:
-            try:
-                async with asyncio.timeout(self._retention.hold_s):
+        try:
+            async with asyncio.timeout(self._retention.hold_s):
+                if not self._closed:
                     await entry.woken.wait()
-            except TimeoutError:
-                return None
+                if entry.outcome is not None and before_delivery is not None:
+                    await before_delivery(entry.outcome)
+        except TimeoutError:
+            return None
         if entry.outcome is not None:
             self._count_as_delivered(request_id, entry)
         return entry.outcome

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from skyrl_tx_server.errors import NoRouteError, NotFoundError, ServerError
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.http_handler import Endpoint, StartupState, refusal, serve
+from skyrl_tx_server.http.http_handler import Endpoint, EndpointApp, StartupState, refusal
 from skyrl_tx_server.http.routes import (
     downloads,
     futures,
@@ -62,7 +62,7 @@ def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> S
 
     return Starlette(
         routes=[
-            Route(endpoint.path, partial(serve, endpoint, startup), methods=[endpoint.method])
+            Route(endpoint.path, EndpointApp(endpoint, startup), methods=[endpoint.method])
             for endpoint in ENDPOINTS
         ],
         lifespan=lifespan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +26,10 @@ type RequestCounts = Counter[tuple[str, str, int]]
 """Number of replies by method, route and status."""
 
 MAX_THREADS = 2
-"""The number of long texts, and of large results, that are converted for one tenant at the same time. The
-requests of other tenants use the remaining threads of the pool."""
+"""The number of long texts and large results that are converted for one tenant at the same time. The requests
+of other tenants use the remaining threads of the pool."""
+MAX_LARGE_REPLIES = 8  # the number of large results of one tenant that are in memory in encoded form
+UNLIMITED = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,12 @@ class HttpSettings:
     access: AccessPolicy = field(default_factory=AccessPolicy)  # the accepted `Host` and `Origin` headers
     tenant_keys: TenantKeys | None = None
     tenant_quota: TenantOptions = field(default_factory=TenantOptions)
+    max_connections: int = 4096
+
+    @property
+    def num_tenants(self) -> int:
+        """The number of tenants, and 1 for a server without tenants."""
+        return max(1, 0 if self.tenant_keys is None else len(self.tenant_keys))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +72,12 @@ class AppState:
     run_index: RunIndex
     settings: HttpSettings
     requests: RequestCounts = field(default_factory=Counter)
+    in_progress: Counter[str] = field(default_factory=Counter)
+    """Number of requests in progress by tenant. A request is in progress until its reply is sent."""
     bodies: BodyReader = field(default_factory=BodyReader)
-    text_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
-    """Held while a thread converts a long text of this tenant to tokens."""
-    reply_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
+    threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UNLIMITED))
+    """Held while a thread converts a long text of this tenant to tokens, or encodes a large result."""
+    large_replies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UNLIMITED))
     """Held while a large result of this tenant is encoded and sent."""
     tenant: str = DEFAULT_TENANT
     # tenant -> state of the tenant; a tenant has no state before its first request
@@ -79,16 +90,15 @@ class AppState:
             return self
         assert self.is_operator, f"{self.tenant} requested the state of {tenant}"
         if tenant not in self.tenants:
-            keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
-            num_tenants = max(1, 1 if keys is None else len(keys))
+            num_tenants, quota = self.settings.num_tenants, self.settings.tenant_quota
             self.tenants[tenant] = replace(
                 self,
                 engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
                 registry=self.registry.for_tenant(tenant, quota),
                 futures=self.futures.share(num_tenants),
                 bodies=self.bodies.share(num_tenants),
-                text_threads=asyncio.Semaphore(MAX_THREADS),
-                reply_threads=asyncio.Semaphore(MAX_THREADS),
+                threads=asyncio.Semaphore(MAX_THREADS),
+                large_replies=asyncio.Semaphore(MAX_LARGE_REPLIES),
                 checkpoints=self.checkpoints.for_tenant(tenant, self.run_index.public.__contains__),
                 run_index=self.run_index.for_tenant(tenant),
                 tenant=tenant,

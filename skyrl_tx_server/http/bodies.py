@@ -6,7 +6,7 @@ import asyncio
 import io
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import zstandard
@@ -29,6 +29,7 @@ MAX_COMPRESSION_RATIO = 200
 ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # a decompressed body up to this size may have any compression ratio
 MAX_ZSTD_WINDOW_BYTES = 8 << 20
 BODIES_IN_FLIGHT = 4  # the number of bodies of maximum size that may be in memory at the same time
+UNCOMPRESSED = ("", "identity")  # values of content-encoding
 _DECOMPRESS_STEP_BYTES = 1 << 20
 
 _PARSERS = ThreadPoolExecutor(2, thread_name_prefix="parse-body")
@@ -61,20 +62,23 @@ class BodyReader:
     """Receives and parses request bodies. Limits the bytes of the bodies that are in memory at the same time.
     Large requests are admitted in order."""
 
-    def __init__(self, *, max_bytes: int = 64 << 20, stalled_s: float = 120.0, parts: int = 1) -> None:
+    def __init__(self, *, max_bytes: int = 64 << 20, stalled_s: float = 120.0) -> None:
         """`max_bytes` is the option `max_request_mb`. A body is rejected if it pauses, or waits for free
-        memory, longer than `stalled_s`. With `parts`, this reader has that fraction of the server's memory.
-        """
+        memory, longer than `stalled_s`."""
         self.used_bytes = 0
         self._max_bytes = max_bytes
-        self._capacity = BODIES_IN_FLIGHT * max_bytes // parts
+        self._capacity = BODIES_IN_FLIGHT * max_bytes
         self._stalled_s = stalled_s
+        self._parent: BodyReader | None = None  # its limit applies too
         self._first_in_line = asyncio.Lock()  # serves the waiting requests in order
         self._released = asyncio.Event()
 
     def share(self, parts: int) -> BodyReader:
-        """Return a reader with the same limits for one of `parts` tenants."""
-        return BodyReader(max_bytes=self._max_bytes, stalled_s=self._stalled_s, parts=parts)
+        """Return a reader for one of `parts` tenants. Its bodies also count as bodies of this reader."""
+        reader = BodyReader(max_bytes=self._max_bytes, stalled_s=self._stalled_s)
+        reader._capacity = max(self._max_bytes, self._capacity // parts)
+        reader._parent = self
+        return reader
 
     @asynccontextmanager
     async def parsed[T](
@@ -85,9 +89,9 @@ class BodyReader:
         an invalid body, and CapacityError if too many bodies are being received."""
         limit = min(limits.max_bytes, self._max_bytes)
         headers: dict[bytes, bytes] = dict(request.scope["headers"])
-        encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
-        compressed = encoding not in ("", "identity")
-        num_bytes = _reserved_bytes(headers, limit, compressed=compressed)
+        encoding = _encoding(headers)
+        compressed = encoding not in UNCOMPRESSED
+        num_bytes = _reserved_bytes(headers, limit)
         async with nullcontext() if num_bytes <= SMALL_BYTES else self.reserve(num_bytes):
             body = await _receive(request, limit, self._stalled_s)
             _check_media_type(headers, limits, body)
@@ -105,26 +109,42 @@ class BodyReader:
         """Wait until `num_bytes` are free, and reserve them until the block ends. Raise CapacityError if the
         wait takes too long. A body larger than the capacity reserves the whole capacity."""
         num_bytes = min(num_bytes, self._capacity)
-        try:
-            async with asyncio.timeout(self._stalled_s), self._first_in_line:
-                while self.used_bytes + num_bytes > self._capacity:
-                    self._released.clear()
-                    await self._released.wait()
-                self.used_bytes += num_bytes
-        except TimeoutError:
-            raise CapacityError("too many large requests are being received; try again later") from None
-        try:
+        with ExitStack() as reserved:
+            try:
+                async with asyncio.timeout(self._stalled_s):
+                    for reader in (self,) if self._parent is None else (self, self._parent):
+                        await reader._acquire(num_bytes)
+                        reserved.callback(reader._release, num_bytes)
+            except TimeoutError:
+                raise CapacityError("too many large requests are being received; try again later") from None
             yield
-        finally:
-            self.used_bytes -= num_bytes
-            self._released.set()
+
+    async def _acquire(self, num_bytes: int) -> None:
+        async with self._first_in_line:
+            while self.used_bytes + num_bytes > self._capacity:
+                self._released.clear()
+                await self._released.wait()
+            self.used_bytes += num_bytes
+
+    def _release(self, num_bytes: int) -> None:
+        self.used_bytes -= num_bytes
+        self._released.set()
 
 
-def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:
+def is_large(request: Request, limits: BodyLimits) -> bool:
+    """Whether the body may have more than SMALL_BYTES after decompression."""
+    return _reserved_bytes(dict(request.scope["headers"]), limits.max_bytes) > SMALL_BYTES
+
+
+def _encoding(headers: Mapping[bytes, bytes]) -> str:
+    return headers.get(b"content-encoding", b"").decode("latin-1").lower()
+
+
+def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int) -> int:
     """Return the largest size that the decompressed body can have in memory, in bytes. For a compressed body
     and for a body of unknown length, this size is above SMALL_BYTES."""
     length = headers.get(b"content-length", b"")
-    if compressed or (not length and b"transfer-encoding" in headers):
+    if _encoding(headers) not in UNCOMPRESSED or (not length and b"transfer-encoding" in headers):
         return max(limit, SMALL_BYTES + 1)
     return min(int(length), limit) if length.isdigit() and len(length) < 20 else 0
 

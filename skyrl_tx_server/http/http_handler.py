@@ -12,14 +12,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
 from skyrl_tx_server.errors import (
+    CapacityError,
     ForbiddenError,
     LoadingError,
     ServerError,
@@ -29,7 +31,6 @@ from skyrl_tx_server.errors import (
 from skyrl_tx_server.http.access import check_access
 from skyrl_tx_server.http.app_state import AppState, HttpSettings, RequestCounts
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
-from skyrl_tx_server.http.listening import TENANT
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.limits import Limits
@@ -47,6 +48,7 @@ NOT_YET = (408, 503)
 MAX_DETAIL_LENGTH = 2000
 """Maximum length of an error message, which may quote the request."""
 _LIMITS = "skyrl_tx_server.body_limits"  # key of the endpoint's limits in the request's scope
+_UNTIL_SENT = "skyrl_tx_server.until_sent"  # key of the stack that `until_sent` returns
 _OPENAI_PREFIX = "/v1/"
 
 
@@ -81,24 +83,31 @@ class Endpoint:
     body: BodyLimits = CONTROL_BODY
 
 
-async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
-    """Run one request. Every error becomes a reply."""
-    started = time.perf_counter()
-    request.scope[_LIMITS] = endpoint.body
-    response = await _answer(endpoint, startup, request)
-    startup.count(endpoint.method, endpoint.path, response.status_code)
-    logger.log(
-        endpoint.log_level
-        if response.status_code < 400 or response.status_code in NOT_YET
-        else logging.WARNING,
-        "method=%s route=%s status=%d ms=%.1f sdk=%s",
-        endpoint.method,
-        endpoint.path,
-        response.status_code,
-        1e3 * (time.perf_counter() - started),
-        request.headers.get("x-sdk-method", "-")[:80],
-    )
-    return response
+@dataclass(frozen=True, slots=True)
+class EndpointApp:
+    """The ASGI application of a route. Every error becomes a reply."""
+
+    endpoint: Endpoint
+    startup: StartupState
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, endpoint, request = time.perf_counter(), self.endpoint, Request(scope, receive)
+        with ExitStack() as stack:
+            scope.update({_LIMITS: endpoint.body, _UNTIL_SENT: stack})
+            response = await _answer(endpoint, self.startup, request)
+            self.startup.count(endpoint.method, endpoint.path, response.status_code)
+            logger.log(
+                endpoint.log_level
+                if response.status_code < 400 or response.status_code in NOT_YET
+                else logging.WARNING,
+                "method=%s route=%s status=%d ms=%.1f sdk=%s",
+                endpoint.method,
+                endpoint.path,
+                response.status_code,
+                1e3 * (time.perf_counter() - started),
+                request.headers.get("x-sdk-method", "-")[:80],
+            )
+            await response(scope, receive, send)
 
 
 async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
@@ -111,8 +120,11 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
         check_access(state.settings.access, request)
         if endpoint.needs_key:
             state = state.for_tenant(_check_key(state.settings, request))
-            if state.settings.tenant_keys is not None:
-                request.scope[TENANT] = state.tenant
+            if not _admit(state, request):
+                too_many = "you have too many requests in progress; wait for earlier requests to finish"
+                reply = refusal(endpoint.path, CapacityError(too_many))
+                reply.headers["connection"] = "close"  # the server does not read the body
+                return reply
         if endpoint.for_operator and not state.is_operator:
             raise ForbiddenError(
                 f"{endpoint.path} is for the operator of this server, the holder of its api_key"
@@ -132,6 +144,26 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
             ServerError(f"internal error, see the server's log: {type(error).__name__}: {error}"),
             status=400,
         )
+
+
+def until_sent(request: Request) -> ExitStack:
+    """Return the exit stack that is closed after the reply was sent, or could not be sent."""
+    return request.scope[_UNTIL_SENT]
+
+
+def _admit(state: AppState, request: Request) -> bool:
+    """Count the request as in progress until its reply is sent. Return False if the tenants have requests in
+    progress on more than 3/4 of the connections, and this tenant on more than an equal share of all
+    connections. Thus a tenant cannot use all connections. Servers without tenants admit every request."""
+    settings, in_progress, tenant = state.settings, state.in_progress, state.tenant
+    if settings.tenant_keys is None:
+        return True
+    in_progress[tenant] += 1
+    until_sent(request).callback(in_progress.subtract, [tenant])
+    return (
+        4 * in_progress.total() <= 3 * settings.max_connections
+        or in_progress[tenant] * settings.num_tenants <= settings.max_connections
+    )
 
 
 def _check_key(settings: HttpSettings, request: Request) -> str:

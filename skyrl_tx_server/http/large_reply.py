@@ -1,40 +1,43 @@
-"""Replies with large results. Their encoding would block the event loop, and a reply that the client does not
-read occupies memory."""
+"""Replies with large results. A reply that the client does not read occupies memory."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from skyrl_tx_server.http.bodies import MIN_BYTES_PER_S
+from skyrl_tx_server.http.listening import WRITE_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18
 
 
 class LargeReply(Response):
-    """Encodes its body in a thread and sends it in chunks as the client reads them. `threads` is held until
-    the client has read the last chunk but one, so it limits the number of encoded bodies in memory."""
-
-    def __init__(self, encode: Callable[[], bytes], threads: asyncio.Semaphore, *, media_type: str) -> None:
-        super().__init__(media_type=media_type)
-        del self.headers["content-length"]
-        self._encode = encode
-        self._threads = threads
+    """Sends its body in chunks as the client reads them, so the reply ends after the client has read the last
+    chunk but one. Ends without the rest of the body, which closes the connection, if sending takes
+    WRITE_TIMEOUT_S more than the body takes at MIN_BYTES_PER_S."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._threads:
-            body = await asyncio.to_thread(self._encode)
-            self.headers["content-length"] = str(len(body))
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            for start in range(0, len(body), CHUNK_BYTES):
-                end = start + CHUNK_BYTES
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S + len(self.body) / MIN_BYTES_PER_S):
                 await send(
-                    {
-                        "type": "http.response.body",
-                        "body": body[start:end],
-                        "more_body": end < len(body),
-                    }
+                    {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
                 )
+                for start in range(0, len(self.body), CHUNK_BYTES):
+                    end = start + CHUNK_BYTES
+                    await send(
+                        {
+                            "type": "http.response.body",
+                            "body": self.body[start:end],
+                            "more_body": end < len(self.body),
+                        }
+                    )
+        except TimeoutError:
+            logger.warning(
+                "closing the connection of a client that reads a reply at less than %d KiB/s",
+                MIN_BYTES_PER_S >> 10,
+            )

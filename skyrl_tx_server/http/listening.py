@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 import ssl
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
 
@@ -36,8 +36,6 @@ MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 8
 """Maximum number of requests that a connection sends before the reply to the request before them."""
-TENANT = "skyrl_tx_server.tenant"
-"""Key in the scope of a request: the tenant that sent it. Servers without tenants do not set it."""
 RESERVED_FILES = 128
 """File descriptors reserved for checkpoints, the listening socket, libraries and devices."""
 MAX_OPEN_FILES = 1 << 20
@@ -73,7 +71,7 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.open: dict[BoundedProtocol, None] = {}  # in the order in which they were accepted
+        self.open: set[BoundedProtocol] = set()
         self.idle: OrderedDict[BoundedProtocol, None] = OrderedDict()
 
     @property
@@ -81,7 +79,7 @@ class Connections:
         return len(self.open) >= self._limit
 
     def remove(self, protocol: BoundedProtocol) -> None:
-        self.open.pop(protocol, None)
+        self.open.discard(protocol)
         self.idle.pop(protocol, None)
 
     def close_longest_idle(self) -> bool:
@@ -90,23 +88,6 @@ class Connections:
             return False
         protocol, _ = self.idle.popitem(last=False)
         protocol.abort()
-        return True
-
-    def close_one(self) -> bool:
-        """Close the connection that has been idle longest or, if none is idle, a connection of the tenant
-        with the most connections. Return False if there is no such connection."""
-        return self.close_longest_idle() or self._close_of_largest_tenant()
-
-    def _close_of_largest_tenant(self) -> bool:
-        """Close the oldest connection of the tenant that has the most connections with a request. Return
-        False if the server has no tenants."""
-        by_tenant: defaultdict[object, list[BoundedProtocol]] = defaultdict(list)
-        for protocol in self.open:
-            if (tenant := protocol.tenant) is not None:
-                by_tenant[tenant].append(protocol)
-        if not by_tenant:
-            return False
-        max(by_tenant.values(), key=len)[0].abort()
         return True
 
 
@@ -128,12 +109,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
-
-    @property
-    def tenant(self) -> object:
-        """The tenant whose request is being answered. None: there is no such request, its key is not checked
-        yet, or the server has no tenants."""
-        return None if self in self._open_connections.idle else self.cycle.scope.get(TENANT)
 
     def abort(self) -> None:
         self.transport.abort()
@@ -206,9 +181,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 class Acceptor:
     """Accepts connections on one socket until `close` is called. uvicorn uses it as an asyncio server. At the
-    limit of connections, a new connection replaces the connection that has been idle longest. If no
-    connection is idle, it replaces a connection of the tenant with the most connections, or is closed if the
-    server has no tenants."""
+    limit of connections, a new connection replaces the connection that has been idle longest, or is closed if
+    no connection is idle."""
 
     def __init__(
         self,
@@ -254,13 +228,13 @@ class Acceptor:
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             has_warned = False
-            if self._connections.are_full and not self._connections.close_one():
+            if self._connections.are_full and not self._connections.close_longest_idle():
                 accepted.close()
                 continue
             # The loop releases the descriptor of a closed connection in its next iteration.
             await asyncio.sleep(0)
             protocol = self._make_protocol()
-            self._connections.open[protocol] = None
+            self._connections.open.add(protocol)
             task = asyncio.create_task(self._start(accepted, protocol))
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)

@@ -16,6 +16,7 @@ from skyrl_tx_server.engine.operations import (
     OptimStep,
     Sample,
     SaveExternal,
+    SaveSampler,
     SaveWeights,
 )
 from skyrl_tx_server.errors import CapacityError, UserError
@@ -25,7 +26,8 @@ LEAST_TOKENS = 256
 quota also limits the number of operations."""
 MAX_STEPS = 10_000
 """The maximum number of waiting and running operations of a tenant among `OptimStep`, `SaveWeights`,
-`SaveExternal` and the `LoadWeights` that do not create a model. These operations have no tokens."""
+`SaveSampler`, `SaveExternal` and the `LoadWeights` that do not create a model. These operations have no
+tokens."""
 VALUES_PER_TOKEN = 8
 """This number of further target tokens or of top-k logprobs counts as one token, so that the quota limits
 their memory."""
@@ -95,7 +97,7 @@ class EngineShare:
 
 def _is_step(op: Operation[object]) -> bool:
     """Whether MAX_STEPS limits the number of operations like `op`."""
-    return isinstance(op, OptimStep | SaveWeights | SaveExternal) or (
+    return isinstance(op, OptimStep | SaveWeights | SaveSampler | SaveExternal) or (
         isinstance(op, LoadWeights) and not op.create
     )
 

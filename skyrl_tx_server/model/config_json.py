@@ -176,10 +176,11 @@ def extend_context(model_dir: Path, length: int) -> None:
     entry = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = (raw.pop("rope_scaling", None) or {}) | (raw.get("rope_parameters") or {})
     rope.pop("type", None)  # the former name of rope_type
+    raw.pop(ORIGINAL_LENGTH, None)  # would take precedence over the entry below
     raw[entry] = rope | {
         "rope_type": "yarn",
         "factor": extended.rope_scaling.factor,
-        "original_max_position_embeddings": extended.rope_scaling.original_max_position_embeddings,
+        ORIGINAL_LENGTH: extended.rope_scaling.original_max_position_embeddings,
     }
     write_json(model_dir / "config.json", raw)
 

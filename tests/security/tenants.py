@@ -37,7 +37,9 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def two_tenants(root: Path, quota: TenantOptions | None = None) -> AsyncIterator[Site]:
+async def two_tenants(
+    root: Path, quota: TenantOptions | None = None, *, max_connections: int = 4096, hold_s: float = 5
+) -> AsyncIterator[Site]:
     """Start a server with two tenants, each with `quota`, or with the default quota if `quota` is None."""
     key_file = root / "keys"
     alice_key, bob_key = (add(key_file, name) for name in ("alice", "bob"))
@@ -46,8 +48,9 @@ async def two_tenants(root: Path, quota: TenantOptions | None = None) -> AsyncIt
         api_key=OPERATOR_KEY,
         tenant_keys=TenantKeys(key_file),
         tenant_quota=quota or TenantOptions(),
+        max_connections=max_connections,
     )
-    context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
+    context = fake_context(root / "checkpoints", retention=Retention(hold_s=hold_s), settings=settings)
     engine = fake_engine(context)
     engine.info = replace(engine.info, vocab_size=257, max_context_length=2000)
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))

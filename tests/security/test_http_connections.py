@@ -88,6 +88,32 @@ async def test_half_open_connections_do_not_block_a_request(tmp_path: Path) -> N
             writer.close()
 
 
+async def test_connections_in_a_tls_handshake_do_not_stop_accepting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, max_connections=8) as address:
+        loop, handshakes_end, starting = asyncio.get_running_loop(), asyncio.Event(), asyncio.Semaphore(0)
+
+        async def handshake(*_args: object, **_options: object) -> None:
+            starting.release()
+            await handshakes_end.wait()
+            raise ConnectionAbortedError("SSL handshake is taking longer than 20 seconds")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "connect_accepted_socket", handshake)
+            streams = [await open_and_send(address) for _ in range(8)]
+            async with asyncio.timeout(30):
+                for _ in range(8):
+                    await starting.acquire()
+            assert await received_until_close(await open_and_send(address)) == b"", (
+                "a connection above the limit is closed"
+            )
+        handshakes_end.set()
+        for stream in streams:
+            await received_until_close(stream)
+        assert await is_healthy(address)
+
+
 async def test_a_connection_with_an_incomplete_head_is_closed(tmp_path: Path) -> None:
     async with serving(tmp_path, head_timeout_s=0.1) as address:
         for partial_head in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\n"):

@@ -7,7 +7,7 @@ import json
 import logging
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -328,6 +328,21 @@ async def test_bytes_in_flight_are_limited_and_released() -> None:
     releases["d"].set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert entered == ["a", "c", "d"] and bodies.used_bytes == 0
+
+
+async def test_tenants_divide_the_memory_for_bodies() -> None:
+    bodies = BodyReader(max_bytes=100, stalled_s=0.01)
+    tenants = [bodies.share(2 * BODIES_IN_FLIGHT) for _ in range(2 * BODIES_IN_FLIGHT)]
+    async with AsyncExitStack() as reserved:
+        for tenant in tenants[:BODIES_IN_FLIGHT]:
+            await reserved.enter_async_context(tenant.reserve(60))
+            with pytest.raises(CapacityError):  # a tenant has memory for one body of maximum size
+                await reserved.enter_async_context(tenant.reserve(60))
+        with pytest.raises(CapacityError):
+            for tenant in tenants[BODIES_IN_FLIGHT:]:
+                await reserved.enter_async_context(tenant.reserve(100))
+        assert bodies.used_bytes == sum(tenant.used_bytes for tenant in tenants) <= 100 * BODIES_IN_FLIGHT
+    assert bodies.used_bytes == sum(tenant.used_bytes for tenant in tenants) == 0
 
 
 async def test_a_body_that_waits_too_long_for_memory_is_refused() -> None:

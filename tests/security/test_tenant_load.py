@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
+from starlette.types import Message
 
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
@@ -29,17 +30,18 @@ from skyrl_tx_server.engine.operations import (
     SampledSequence,
     SampleResult,
     SamplingSettings,
+    SaveSampler,
     StopReason,
     TopkLogprobs,
     TrainDatum,
 )
 from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.http import large_reply
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.app_state import MAX_THREADS
-from skyrl_tx_server.http.http_handler import StartupState
-from skyrl_tx_server.http.large_reply import LargeReply
+from skyrl_tx_server.http.app_state import MAX_LARGE_REPLIES, MAX_THREADS
+from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, StartupState
 from skyrl_tx_server.http.listening import BoundedServer
-from skyrl_tx_server.http.routes import openai
+from skyrl_tx_server.http.routes import futures, openai
 from skyrl_tx_server.http.shares import MAX_STEPS, EngineShare
 from tests.fakes.event_loop import unloaded_clock
 from tests.security.tenants import MODEL, Site, two_tenants
@@ -49,7 +51,7 @@ MAX_GAP_S = 0.5  # between two iterations of the event loop
 
 
 @contextlib.asynccontextmanager
-async def served(site: Site, *, max_connections: int) -> AsyncIterator[tuple[str, int]]:
+async def served(site: Site) -> AsyncIterator[tuple[str, int]]:
     """Serve the site on a socket. Yield its address."""
     config = uvicorn.Config(
         build_app(StartupState(state=site.context)),
@@ -59,7 +61,7 @@ async def served(site: Site, *, max_connections: int) -> AsyncIterator[tuple[str
         timeout_graceful_shutdown=1,
         ws="none",
     )
-    server = BoundedServer(config, max_connections)
+    server = BoundedServer(config, site.context.settings.max_connections)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -78,29 +80,58 @@ async def test_slow_bodies_of_a_tenant_do_not_block_other_bodies(tmp_path: Path)
             assert (await site.bob.post("/api/v1/asample", json=body)).status_code == 400
 
 
+def raw_request(client: httpx.AsyncClient, route: str, body: bytes, *headers: str) -> bytes:
+    lines = (
+        f"POST /api/v1/{route} HTTP/1.1",
+        "host: a",
+        f"x-api-key: {client.headers['x-api-key']}",
+        "content-type: application/json",
+        *headers,
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def poll(site: Site, client: httpx.AsyncClient, tenant: str) -> bytes:
+    """Return a request for the result of an operation that never ends."""
+    never: Future[SampleResult] = Future()
+    request_id = site.context.for_tenant(tenant).futures.submit(lambda: never, kind="sample", key=None)
+    body = json.dumps({"request_id": request_id}).encode()
+    return raw_request(client, "retrieve_future", body, f"content-length: {len(body)}")
+
+
 async def test_busy_connections_of_a_tenant_do_not_exclude_others(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as site, served(site, max_connections=8) as address:
-        head = (
-            "POST /api/v1/create_session HTTP/1.1\r\nhost: a\r\n"
-            f"x-api-key: {site.alice.headers['x-api-key']}\r\n"
-            "content-type: application/json\r\ncontent-length: 100\r\nexpect: 100-continue\r\n\r\n"
+    """Alice sends 8 requests without their bodies, then 8 connections with pipelined requests. A request of
+    Bob is in progress at the same time."""
+    async with (
+        two_tenants(tmp_path, max_connections=8) as site,
+        served(site) as address,
+        asyncio.timeout(60),
+        httpx.AsyncClient(base_url=f"http://{address[0]}:{address[1]}", headers=site.bob.headers) as bob,
+    ):
+        waiting_reader, waiting_writer = await asyncio.open_connection(*address)
+        waiting_writer.write(poll(site, site.bob, "bob"))
+        without_body = raw_request(
+            site.alice, "create_session", b"", "content-length: 100", "expect: 100-continue"
         )
-        writers = []
-        for _ in range(8):
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(head.encode())
-            await reader.readuntil(b"100 Continue\r\n\r\n")  # the server waits for the body
-            writers.append(writer)
-        async with httpx.AsyncClient(
-            base_url=f"http://{address[0]}:{address[1]}", headers=site.bob.headers, timeout=30
-        ) as bob:
+        for request in (without_body, 2 * poll(site, site.alice, "alice")):
+            streams = []
+            for _ in range(8):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(request)
+                streams.append((reader, writer))
+            refused = await streams[-1][0].read()  # the server closes the connection after the reply
+            assert refused.startswith(b"HTTP/1.1 429") and b"too many requests in progress" in refused
             assert (await bob.get("/api/v1/get_server_capabilities")).status_code == 200
-        for writer in writers:
-            writer.close()
+            for _, writer in streams:
+                writer.close()
+        assert (await waiting_reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408"), (
+            "the connection of Bob's request stays open"
+        )
+        waiting_writer.close()
 
 
 async def test_a_connection_with_many_pipelined_requests_is_closed(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as site, served(site, max_connections=8) as address:
+    async with two_tenants(tmp_path) as site, served(site) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nhost: a\r\n\r\n" * 500)
         async with asyncio.timeout(30):
@@ -117,7 +148,8 @@ def topk(num_positions: int, k: int) -> TopkLogprobs:
     )
 
 
-async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> None:
+def submit_large(site: Site, num_positions: int) -> dict[str, str]:
+    """Give Alice a result with top-k logprobs. Return the body of a poll for it."""
     sequence = SampledSequence(
         tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), stop_reason=StopReason.LENGTH
     )
@@ -127,9 +159,14 @@ async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> N
             sequences=(sequence,),
             prompt_logprobs=None,
             prompt_cache_hit_tokens=0,
-            topk_prompt_logprobs=topk(2000, 600),
+            topk_prompt_logprobs=topk(num_positions, 600),
         )
     )
+    futures_of_alice = site.context.for_tenant("alice").futures
+    return {"request_id": futures_of_alice.submit(lambda: sampled, kind="sample", key=None)}
+
+
+async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> None:
     longest_s, clock = 0.0, unloaded_clock()
 
     async def watch() -> None:
@@ -140,42 +177,101 @@ async def test_a_large_result_does_not_block_the_event_loop(tmp_path: Path) -> N
             longest_s = max(longest_s, clock() - before)
 
     async with two_tenants(tmp_path) as site:
-        request_id = site.context.for_tenant("alice").futures.submit(lambda: sampled, kind="sample", key=None)
+        poll_body = submit_large(site, 2000)
         watcher = asyncio.create_task(watch())
-        reply = await site.alice.post("/api/v1/retrieve_future", json={"request_id": request_id})
+        reply = await site.alice.post("/api/v1/retrieve_future", json=poll_body)
         await asyncio.sleep(0)  # the watcher measures the last gap
         watcher.cancel()
     assert json.loads(reply.content)["topk_prompt_logprobs"] == [[[0, -1.5]] * 600] * 2000
     assert longest_s < MAX_GAP_S
 
 
-async def test_few_large_results_are_in_memory_at_the_same_time() -> None:
-    """The clients do not read the replies, so `send` waits."""
-    num_encoded = 0
+def text_body(route: str, length: int) -> dict[str, object]:
+    text = "x" * length
+    if route == "completions":
+        return {"model": MODEL, "prompt": text}
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}]}
 
-    def encode() -> bytes:
-        nonlocal num_encoded
-        num_encoded += 1
-        return b"x" * (1 << 20)
 
-    sent: asyncio.Queue[int] = asyncio.Queue()
+async def test_a_poll_for_a_large_result_waits_for_others(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path, hold_s=0.2) as site:
+        poll_body, large_replies = submit_large(site, 100), site.context.for_tenant("alice").large_replies
+        for _ in range(MAX_LARGE_REPLIES):
+            await large_replies.acquire()  # as for a client that does not read its reply
+        for _ in range(2):
+            reply = await site.alice.post("/api/v1/retrieve_future", json=poll_body)
+            assert (reply.status_code, reply.json()["type"]) == (408, "try_again")
+        large_replies.release()
+        for _ in range(2):  # the first reply frees its place
+            reply = await site.alice.post("/api/v1/retrieve_future", json=poll_body)
+            assert (reply.status_code, reply.json()["type"]) == (200, "sample")
 
-    async def send(message: object) -> None:
-        await sent.put(1)
-        await asyncio.Event().wait()
 
-    threads = asyncio.Semaphore(MAX_THREADS)
-    replies = [LargeReply(encode, threads, media_type="application/json") for _ in range(5)]
-    tasks = [asyncio.create_task(reply({}, asyncio.Event().wait, send)) for reply in replies]  # type: ignore[arg-type]
-    for _ in range(MAX_THREADS):
-        await sent.get()
-    assert num_encoded == MAX_THREADS
-    tasks[0].cancel()
-    await sent.get()
-    assert num_encoded == MAX_THREADS + 1
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def test_a_large_result_is_not_encoded_after_a_disconnect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[object] = []
+    monkeypatch.setattr(futures, "result_to_json", lambda *args: encoded.append(args))
+    async with two_tenants(tmp_path) as site:
+        body = json.dumps(submit_large(site, 100)).encode()
+        messages: list[Message] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        async def send(message: Message) -> None:
+            pass
+
+        headers = {"x-api-key": site.alice.headers["x-api-key"], "content-type": "application/json"}
+        await build_app(StartupState(state=site.context))(
+            {
+                "type": "http",
+                "method": "POST",
+                "path": "/api/v1/retrieve_future",
+                "query_string": b"",
+                "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            },
+            receive,
+            send,
+        )
+        assert not messages and not encoded
+        assert site.context.requests["POST", "/api/v1/retrieve_future", CLIENT_CLOSED_REQUEST] == 1
+
+
+async def test_a_large_result_that_cannot_be_encoded_is_a_400(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object) -> None:
+        raise ValueError("bad result")
+
+    monkeypatch.setattr(futures, "result_to_json", fail)
+    async with two_tenants(tmp_path) as site:
+        for _ in range(MAX_LARGE_REPLIES + 1):
+            reply = await site.alice.post("/api/v1/retrieve_future", json=submit_large(site, 100))
+            assert (reply.status_code, "bad result" in reply.text) == (400, True)
+
+
+async def test_a_client_that_reads_a_reply_too_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_reply, "WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(large_reply, "MIN_BYTES_PER_S", 1 << 30)
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        await asyncio.sleep(0 if len(sent) < 3 else 3600)
+
+    async with asyncio.timeout(30):
+        await large_reply.LargeReply(b"x" * (1 << 20))({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+    assert len(sent) == 3 and sent[-1]["more_body"]
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+async def test_short_texts_do_not_wait_for_long_texts(route: str, tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as site, asyncio.timeout(30):
+        for _ in range(MAX_THREADS):
+            await site.context.for_tenant("alice").threads.acquire()
+        reply = await site.alice.post(f"/v1/{route}", json=text_body(route, 3000))
+        assert reply.status_code == 400 and "context length" in reply.text
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
@@ -194,16 +290,14 @@ async def test_long_texts_of_a_tenant_leave_threads_to_others(
         loop.set_default_executor(pool)
         async with two_tenants(tmp_path) as site, asyncio.timeout(50):
             monkeypatch.setattr(openai, "load_tokenizer", slow_tokenizer)
-            text = "x" * (100 << 10)
-            body = {"model": MODEL, "prompt": text, "messages": [{"role": "user", "content": text}]}
-            del body["messages" if route == "completions" else "prompt"]
+            body = text_body(route, 100 << 10)
             tasks = [asyncio.create_task(site.alice.post(f"/v1/{route}", json=body)) for _ in range(8)]
             for _ in range(MAX_THREADS):
                 await started.get()
             try:
                 async with asyncio.timeout(20):
                     assert (await site.bob.get("/v1/models")).status_code == 200
-                assert site.context.for_tenant("alice").bodies.used_bytes > 8 * len(text), (
+                assert site.context.for_tenant("alice").bodies.used_bytes > 8 * (100 << 10), (
                     "the texts that wait for a thread are counted"
                 )
             finally:
@@ -238,8 +332,9 @@ def test_the_number_of_waiting_steps_of_a_tenant_is_limited() -> None:
     first = share.submit(step)
     for _ in range(MAX_STEPS - 1):
         share.submit(step)
-    with pytest.raises(CapacityError, match="wait for earlier requests"):
-        share.submit(step)
+    for op in (step, SaveSampler(model_id="m", weights="tinker://m/sampler_weights/s")):
+        with pytest.raises(CapacityError, match="wait for earlier requests"):
+            share.submit(op)
     first.cancel()
     assert isinstance(share.submit(step), concurrent.futures.Future)
 

@@ -99,12 +99,21 @@ def test_a_merged_model_equals_the_base_model_with_its_adapter(
     assert load_model_config(tmp_path / "merged").tie_word_embeddings is False
 
 
-@pytest.mark.parametrize("model", ["tied", "untied"])
-def test_a_merged_model_has_the_context_of_the_server(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "entries"),
+    [("tied", {}), ("untied", {}), ("tied", {"original_max_position_embeddings": 48})],
+)
+def test_a_merged_model_has_the_context_of_the_server(
+    tmp_path: Path, model: str, entries: dict[str, int]
+) -> None:
     """One model has `rope_parameters` (transformers 5), the other has not."""
-    save(tmp_path, FIXTURES / model, LoraSpec(rank=2))
-    options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={FIXTURES / model}"]
-    config = load_model_config(FIXTURES / model)
+    base = tmp_path / "base"
+    shutil.copytree(FIXTURES / model, base)
+    raw = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(raw | entries))
+    save(tmp_path, base, LoraSpec(rank=2))
+    options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={base}"]
+    config = load_model_config(base)
     for length in (config.context_length, 1000):
         merged = tmp_path / str(length)
         assert main(["merge", *options, f"max_context_length={length}", f"output={merged}"]) == 0

@@ -162,6 +162,21 @@ async def test_a_delivered_result_is_kept_for_the_grace_period() -> None:
     assert store.stats() == {"pending": 0, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
 
 
+async def test_a_result_whose_delivery_waits_is_kept() -> None:
+    now = [0.0]
+    store, work = FutureStore(Retention(hold_s=0.01, grace_s=60), clock=lambda: now[0]), Work()
+    request_id = submit(store, work)
+
+    async def never(outcome: Outcome) -> None:
+        await asyncio.Event().wait()
+
+    work.futures[0].set_result(Done())
+    assert await store.wait(request_id, never) is None
+    now[0] = 61
+    store.prune()
+    assert await store.wait(request_id) is not None
+
+
 async def test_the_byte_limit_drops_delivered_results_first() -> None:
     store, work = FutureStore(Retention(max_bytes=9_000)), Work()
     ids = [submit(store, work) for _ in range(3)]

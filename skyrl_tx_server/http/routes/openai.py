@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSett
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
 from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
-from skyrl_tx_server.http.bodies import CHAT_BODY
+from skyrl_tx_server.http.bodies import CHAT_BODY, is_large
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, parsed_json
 from skyrl_tx_server.http.routes.sampling import check_sampler_checkpoint, weights_of
 from skyrl_tx_server.http.routes.weights import free_changed
@@ -44,7 +45,7 @@ from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_cha
 
 
 async def chat_completions(state: AppState, request: Request) -> Reply:
-    async with parsed_json(state, request, parse_chat) as chat, state.text_threads:
+    async with parsed_json(state, request, parse_chat) as chat, _thread(state, request):
         tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
         rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
     settings = _with_end_of_turn(chat.sampling.settings, tokenizer)
@@ -53,13 +54,17 @@ async def chat_completions(state: AppState, request: Request) -> Reply:
 
 
 async def completions(state: AppState, request: Request) -> Reply:
-    async with parsed_json(state, request, parse_completion) as completion, state.text_threads:
+    async with parsed_json(state, request, parse_completion) as completion, _thread(state, request):
         tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
         prompts = await asyncio.to_thread(_prompt_ids, tokenizer, completion.prompts)
     ops = [
         await _sample(state, completion.sampling, completion.sampling.settings, prompt) for prompt in prompts
     ]
     return await _reply(state, request, TextFormat(completion, tokenizer), ops)
+
+
+def _thread(state: AppState, request: Request) -> AbstractAsyncContextManager[None]:
+    return state.threads if is_large(request, CHAT_BODY) else contextlib.nullcontext()
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str | np.ndarray]) -> list[np.ndarray]:
