@@ -26,6 +26,9 @@ class FakePopen:
     def wait(self, timeout: float | None = None) -> int:
         return 0
 
+    def poll(self) -> int:
+        return 0
+
     def terminate(self) -> None:
         pass
 
