@@ -550,10 +550,11 @@ def run_program(
     # If this process ends, Linux ends the server that it started. Without a server, the trainer could not
     # save weights, so Linux kills the trainer too.
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
+    server_ended, is_stopping = threading.Event(), threading.Event()
+
     # On Ctrl-C, the terminal sends SIGINT to the trainer too. This process only waits until the trainer ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
-    server_ended = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: is_stopping.set())
+    signal.signal(signal.SIGTERM, lambda *_: (is_stopping.set(), trainer.terminate()))
 
     def stop_without(server: subprocess.Popen[bytes]) -> None:
         server_status = server.wait()
@@ -568,7 +569,8 @@ def run_program(
                 f"the server has ended with status {server_status}; the end of its log, which is named "
                 f"above, may state the cause. This command stops; {advice}"
             )
-            trainer.terminate()
+            if not is_stopping.is_set():  # a second signal would end the trainer at once
+                trainer.terminate()
 
     if server is not None:
         threading.Thread(target=stop_without, args=(server,), daemon=True).start()

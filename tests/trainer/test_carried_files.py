@@ -152,6 +152,8 @@ def test_the_work_is_carried_over_if_a_variable_names_its_directory(name: str) -
         assert CarryRules({"PATH": "/bin", "PWD": "/opt/app/source", name: path}).carries(
             "/opt/app/source/answer", file
         )
+    rules = CarryRules({"PATH": "/bin", "PWD": "/app", "LD_LIBRARY_PATH": "/app"})
+    assert rules.carries("/app/answer", file) and not rules.carries("/app/libc.so.6", file)
     rules = CarryRules({"PATH": "/bin", "PWD": "/opt/app/source", name: "/opt/app/source/lib"})
     assert not rules.carries("/opt/app/source/lib/x", file)
 

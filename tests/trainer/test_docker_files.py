@@ -290,7 +290,7 @@ async def test_search_paths_that_were_not_read_completely_are_an_error(
     monkeypatch.setattr("src.envs.harbor.docker_files.engine", lambda timeout_s: contextlib.nullcontext(None))
     monkeypatch.setattr("src.envs.harbor.docker_files.find_container", lambda *arguments: container)
     environment = cast(Any, SimpleNamespace(session_id="s", task_env_config=SimpleNamespace(workdir=None)))
-    with pytest.raises(SandboxError, match="was not completed"):
+    with pytest.raises(SandboxError, match="not be read completely"):
         await DockerFiles(environment, {}).snapshot()
 
 

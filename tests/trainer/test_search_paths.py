@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from src.core.errors import SandboxError
 from src.envs.harbor.search_paths import linked_tools, with_link_targets
 
 
@@ -67,3 +68,37 @@ async def test_tools_to_which_links_in_path_lead_are_found(root: Path) -> None:
     found = await linked_tools(variables["PATH"], run)
     assert {"/opt/one", "/opt/tool-1", "/opt/script.sh"} <= set(found)
     assert not {path for path in found if not path.startswith("/opt/")}
+
+
+@pytest.mark.parametrize("variable", ["TIME_STYLE=long-iso", "QUOTING_STYLE=shell-always"])
+async def test_variables_of_ls_do_not_hide_a_tool(root: Path, variable: str) -> None:
+    (root / "a").symlink_to("/opt/one/bin/a")
+    found = await linked_tools(str(root), lambda script: run(f"export {variable}\n{script}"))
+    assert "/opt/one" in found
+
+
+async def test_search_paths_that_are_cut_off_are_an_error(root: Path) -> None:
+    (root / "link").symlink_to("target")
+
+    async def without_readlink(script: str) -> bytes:
+        return await run(f"readlink() {{ return 1; }}\n{script}")
+
+    async def cut(script: str) -> bytes:
+        return (await run(script))[:-20]
+
+    for broken in (without_readlink, cut):
+        with pytest.raises(SandboxError, match="could not be read completely"):
+            await with_link_targets({"PATH": f"{root}/link"}, broken)
+
+
+async def test_thousands_of_paths_are_read_in_batches(root: Path) -> None:
+    scripts: list[int] = []
+
+    async def counted(script: str) -> bytes:
+        scripts.append(len(script))
+        return await run(script)
+
+    (root / "link").symlink_to("target")
+    paths = [f"{root}/link", *(f"{root}/{'x' * 60}{number}" for number in range(2000))]
+    found = await with_link_targets({"PATH": ":".join(paths)}, counted)
+    assert f"{root}/target" in found["PATH"].split(":") and max(scripts) < 2**17

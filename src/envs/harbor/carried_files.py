@@ -172,10 +172,11 @@ class CarryRules:
         whole = [
             path for path in (*loaded, *tools) if not any(is_same_or_below(work, path) for work in workdirs)
         ]
+        libraries = [f"{path}/*.so*" for path in paths.get("LD_LIBRARY_PATH", [])]
         patterns = [
             *(*SEARCHED, *STARTUP, *NOT_FILES_OF_THE_AGENT, *SETTINGS),
             *(f"{home}/{name}" for home in homes for name in (".*", "bin")),
-            *(*whole, *module_paths, *map(_normalize, modules)),
+            *(*whole, *libraries, *module_paths, *map(_normalize, modules)),
             *(pattern for path in self._path_directories for pattern in _files_of_programs(path)),
         ]
         self._excluded = _compile(patterns)

@@ -41,7 +41,7 @@ from src.envs.harbor.carried_files import (
     is_below,
     is_same_or_below,
 )
-from src.envs.harbor.search_paths import search_paths
+from src.envs.harbor.search_paths import complete_output, search_paths
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
@@ -52,7 +52,6 @@ MAX_EXPORT_REQUESTS = 5000  # the number of requests of one export; a request ta
 MAX_HEADER_BYTES = 2**16  # of the first member of an archive, with its extended headers
 GO_MODE_DIRECTORY = 1 << 31  # os.ModeDir of Go, in the status of a path
 MAX_PREFIXES = 200  # the number of prefixes that are searched for Python interpreters
-END_OF_OUTPUT = "end of output"  # a script prints this text last
 MAX_ARGUMENTS = 500  # paths in one command line
 READ_LINKER_SETTINGS = "cat /etc/ld.so.conf /etc/ld.so.conf.d/*.conf 2>/dev/null"  # directories of libraries
 # Matches paths that `CarryRules` can exclude if `bin` of the same prefix (group 1) has a Python interpreter.
@@ -177,11 +176,15 @@ class DockerFiles:
             return await asyncio.to_thread(_in_container, environment, _output_of, script)
 
         with boundary(SandboxError, "reading the search paths and the accounts of the container"):
-            self._accounts = await output_of(f"cat {ACCOUNTS}")
+            self._accounts = await complete_output(f"cat {ACCOUNTS}", output_of)
             variables = await asyncio.to_thread(_in_container, environment, _variables)
             if workdir := environment.task_env_config.workdir:
                 variables["PWD"] = workdir
-            lines = (await output_of(READ_LINKER_SETTINGS)).decode("utf-8", "surrogateescape").split("\n")
+            lines = (
+                (await complete_output(READ_LINKER_SETTINGS, output_of))
+                .decode("utf-8", "surrogateescape")
+                .split("\n")
+            )
             libraries = {"LD_LIBRARY_PATH": ":".join(line.strip() for line in lines)}
             self._variables = await search_paths(
                 self._accounts, output_of, variables, self._verifier_variables, libraries
@@ -281,16 +284,7 @@ def _variables(container: Any) -> dict[str, str]:
 
 
 def _output_of(container: Any, script: str) -> bytes:
-    """Return the standard output of a shell script. Raises SandboxError if the engine did not run all of it,
-    because incomplete search paths would let the agent's programs into the environment of the verifier.
-    """
-    command = ["sh", "-c", f"{script}\nprintf '{END_OF_OUTPUT}'"]
-    output: bytes = container.exec_run(command, user="root", stderr=False).output
-    if not output.endswith(END_OF_OUTPUT.encode()):
-        raise SandboxError(
-            f"a command in the container was not completed: {output[-200:].decode(errors='replace')!r}"
-        )
-    return output.removesuffix(END_OF_OUTPUT.encode())
+    return container.exec_run(["sh", "-c", script], user="root", stderr=False).output
 
 
 def _difference(container: Any) -> dict[str, int]:

@@ -25,7 +25,7 @@ from src.envs.harbor.carried_files import (
     module_directories,
     parse_listing,
 )
-from src.envs.harbor.search_paths import search_paths
+from src.envs.harbor.search_paths import complete_output, search_paths
 from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 from src.envs.sandbox.file_copy import write_untrusted_file
 
@@ -63,7 +63,7 @@ class SandboxFiles:
 
     async def snapshot(self) -> None:
         self._before = await self._list()
-        self._accounts = await self._output_of(f"cat {ACCOUNTS}")
+        self._accounts = await complete_output(f"cat {ACCOUNTS}", self._output_of)
         self._variables = await search_paths(
             self._accounts,
             self._output_of,

@@ -6,6 +6,9 @@ import posixpath
 import re
 import shlex
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import batched
+
+from src.core.errors import SandboxError
 
 # Matches variables of the loader and of common programs that name files, or directories of files, with code
 # or settings. Not every variable counts, because a task can name its data with a variable such as OUTPUT_DIR.
@@ -27,6 +30,8 @@ LINKED_TOOLS = "LINKED_TOOLS"
 """The name under which `search_paths` adds the tools to which links in PATH lead."""
 TOOL = re.compile("/opt/[^/]+")  # a tool that is not in a standard directory
 MAX_LINKS = 40  # on the way to one path, as in the kernel
+MAX_PATHS = 500  # in one script, because Linux limits the length of an argument to 128 KiB
+END_OF_OUTPUT = b"end of output"  # a script prints this text last
 
 # Takes a shell script and returns its standard output.
 RunScript = Callable[[str], Awaitable[bytes]]
@@ -69,7 +74,7 @@ async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dic
     agent could change the files there instead. `run` runs a script in the environment before the agent acts.
     """
     paths = {path for item in variables.items() for path in paths_of(*item) if path.startswith("/")}
-    chains = await _link_chains(paths, run, {})
+    chains = await _link_chains(paths, run)
     return {
         name: ":".join(linked for path in paths_of(name, value) for linked in chains.get(path, [path]))
         for name, value in variables.items()
@@ -81,23 +86,24 @@ async def linked_tools(search_path: str, run: RunScript) -> list[str]:
     /etc/alternatives leads, such as /opt/yarn for /usr/local/bin/yarn -> /opt/yarn/bin/yarn. `run` runs a
     script in the environment before the agent acts.
     """
-    directories = [path for path in search_path.split(":") if path.startswith("/")]
-    quoted = " ".join(map(shlex.quote, dict.fromkeys([*directories, "/etc/alternatives"])))
-    output = await run(
-        f"for path in {quoted}; do printf '%s\\000' \"$path\"; ls -ln -- \"$path/\"; printf '\\000'; done"
+    directories = {path for path in search_path.split(":") if path.startswith("/")} | {"/etc/alternatives"}
+    output = await complete_output(
+        # These variables of the image would change the format of the lines.
+        "unset TIME_STYLE QUOTING_STYLE; export LC_ALL=C\n"
+        f"for path in {_quoted(directories)}; do "
+        "printf '%s\\000' \"$path\"; ls -l -- \"$path/\"; printf '\\000'; done",
+        run,
     )
     fields = output.decode("utf-8", "surrogateescape").split("\0")
-    targets: dict[str, str] = {}  # path of each listed file -> target of the link, or an empty text
-    for directory, listing in zip(fields[:-1:2], fields[1::2], strict=True):
-        for line in listing.splitlines():
-            columns = line.split(maxsplit=8)  # mode, links, user, group, size, month, day, time and name
-            if len(columns) == 9:
-                name, _, target = (
-                    columns[8].partition(" -> ") if line.startswith("l") else (columns[8], "", "")
-                )
-                targets[f"{directory.rstrip('/')}/{name}"] = target
-    links = {path for path, target in targets.items() if target}
-    chains = await _link_chains(links, run, targets)
+    linked = {
+        posixpath.normpath(posixpath.join(directory, line.rpartition(" -> ")[2]))
+        for directory, listing in zip(fields[:-1:2], fields[1::2], strict=True)
+        for line in listing.splitlines()
+        if line.startswith("l")
+    }
+    # A link to a file of these directories leads elsewhere only if this file is a link, which is listed too.
+    linked = {path for path in linked if posixpath.dirname(path) not in directories}
+    chains = await _link_chains(linked, run)
     return sorted({match[0] for chain in chains.values() for path in chain if (match := TOOL.match(path))})
 
 
@@ -106,13 +112,11 @@ def paths_of(name: str, value: str) -> list[str]:
     return re.split("[: ]" if name == "LD_PRELOAD" else ":", value)
 
 
-async def _link_chains(
-    paths: Iterable[str], run: RunScript, targets: Mapping[str, str]
-) -> dict[str, list[str]]:
+async def _link_chains(paths: Iterable[str], run: RunScript) -> dict[str, list[str]]:
     """Return for each path the list of the path and of the paths to which its symbolic links lead, one link
-    after the other. `targets` contains the links that are known (`_follow_first_link`).
+    after the other.
     """
-    known = dict(targets)
+    known: dict[str, str] = {}  # path -> target of the link, or an empty text if the path is no link
     chains = {path: [path] for path in paths}
     for _ in range(MAX_LINKS):
         unknown = {prefix for chain in chains.values() for prefix in _prefixes(chain[-1])} - known.keys()
@@ -127,12 +131,33 @@ async def _link_chains(
 
 
 async def _read_links(paths: Sequence[str], run: RunScript) -> dict[str, str]:
-    if not paths:
-        return {}
-    quoted = " ".join(map(shlex.quote, paths))
-    output = await run(f'for path in {quoted}; do printf \'%s\\000\' "$(readlink -- "$path")"; done')
-    targets = output.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    return dict(zip(paths, targets, strict=True))
+    targets: dict[str, str] = {}
+    for batch in batched(paths, MAX_PATHS):
+        output = await complete_output(
+            f"for path in {_quoted(batch)}; do target=; "
+            'if [ -L "$path" ]; then target=$(readlink -- "$path") || exit 1; fi; '
+            "printf '%s\\000' \"$target\"; done",
+            run,
+        )
+        fields = output.decode("utf-8", "surrogateescape").split("\0")
+        targets |= zip(batch, fields[:-1], strict=True)
+    return targets
+
+
+async def complete_output(script: str, run: RunScript) -> bytes:
+    """Return the output of a script, without the end that this function adds. Raises SandboxError if the
+    script did not run to its end, because incomplete search paths would let the agent's programs into the
+    environment of the verifier.
+    """
+    output = await run(f"{script}\nprintf '{END_OF_OUTPUT.decode()}'")
+    if not output.endswith(END_OF_OUTPUT):
+        end = output[-200:].decode(errors="replace")
+        raise SandboxError(f"the search paths of the task could not be read completely: {end!r}")
+    return output.removesuffix(END_OF_OUTPUT)
+
+
+def _quoted(paths: Iterable[str]) -> str:
+    return " ".join(map(shlex.quote, sorted(paths)))
 
 
 def _follow_first_link(path: str, targets: Mapping[str, str]) -> str:
