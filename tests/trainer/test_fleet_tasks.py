@@ -94,7 +94,7 @@ def test_a_mistake_gives_a_one_line_error_with_its_place(tmp_path: Path, row: ob
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "tasks.jsonl cannot be read"), (b"\xff", "the line is not JSON"), (b"\n", "contains no task")],
+    [(None, "tasks.jsonl cannot be read"), (b"\xff", "the line is not UTF-8"), (b"\n", "contains no task")],
 )
 def test_a_file_without_tasks_gives_a_one_line_error(tmp_path: Path, content: bytes | None, message: str):
     if content is not None:

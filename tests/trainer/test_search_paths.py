@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from src.core.errors import SandboxError
-from src.envs.harbor.search_paths import linked_tools, with_link_targets
+from src.envs.harbor.search_paths import END_OF_OUTPUT, complete_output, linked_tools, with_link_targets
 
 
 async def run(script: str) -> bytes:
@@ -89,6 +89,15 @@ async def test_search_paths_that_are_cut_off_are_an_error(root: Path) -> None:
     for broken in (without_readlink, cut):
         with pytest.raises(SandboxError, match="could not be read completely"):
             await with_link_targets({"PATH": f"{root}/link"}, broken)
+
+
+async def test_an_incomplete_script_is_run_again(root: Path) -> None:
+    outputs = iter([b"", b"OCI runtime exec failed", b"a" + END_OF_OUTPUT])
+
+    async def unreliable(script: str) -> bytes:
+        return next(outputs)
+
+    assert await complete_output("cat a", unreliable) == b"a"
 
 
 async def test_thousands_of_paths_are_read_in_batches(root: Path) -> None:

@@ -31,6 +31,7 @@ LINKED_TOOLS = "LINKED_TOOLS"
 TOOL = re.compile("/opt/[^/]+")  # a tool that is not in a standard directory
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 MAX_PATHS = 500  # in one script, because Linux limits the length of an argument to 128 KiB
+MAX_RUNS = 3  # of an incomplete script
 END_OF_OUTPUT = b"end of output"  # a script prints this text last
 
 # Takes a shell script and returns its standard output.
@@ -145,15 +146,19 @@ async def _read_links(paths: Sequence[str], run: RunScript) -> dict[str, str]:
 
 
 async def complete_output(script: str, run: RunScript) -> bytes:
-    """Return the output of a script, without the end that this function adds. Raises SandboxError if the
-    script did not run to its end, because incomplete search paths would let the agent's programs into the
-    environment of the verifier.
+    """Return the output of a script that only reads, without the end that this function adds.
+
+    On a loaded machine, the Docker engine sometimes loses the output of a command, so an incomplete script is
+    run again, up to MAX_RUNS times. Then SandboxError is raised, because incomplete search paths would let
+    the agent's programs into the environment of the verifier.
     """
-    output = await run(f"{script}\nprintf '{END_OF_OUTPUT.decode()}'")
-    if not output.endswith(END_OF_OUTPUT):
-        end = output[-200:].decode(errors="replace")
-        raise SandboxError(f"the search paths of the task could not be read completely: {end!r}")
-    return output.removesuffix(END_OF_OUTPUT)
+    output = b""
+    for _ in range(MAX_RUNS):
+        output = await run(f"{script}\nprintf '{END_OF_OUTPUT.decode()}'")
+        if output.endswith(END_OF_OUTPUT):
+            return output.removesuffix(END_OF_OUTPUT)
+    end = output[-200:].decode(errors="replace")
+    raise SandboxError(f"the search paths of the task could not be read completely: {end!r}")
 
 
 def _quoted(paths: Iterable[str]) -> str:
