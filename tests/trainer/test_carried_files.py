@@ -145,13 +145,15 @@ def test_files_that_variables_name_are_not_carried_over(name: str) -> None:
     assert rules.carries("/opt/data", file)
 
 
-@pytest.mark.parametrize("name", ["LD_LIBRARY_PATH", "XDG_CONFIG_HOME", "LINKED_TOOLS"])
+@pytest.mark.parametrize("name", ["LD_LIBRARY_PATH", "XDG_CONFIG_HOME"])
 def test_the_work_is_carried_over_if_a_variable_names_its_directory(name: str) -> None:
     file = FileEntry(kind="f", mode=0o644, size=1)
     for path in ("/opt/app", "/opt/app/source", "/opt/app/source/"):
         assert CarryRules({"PATH": "/bin", "PWD": "/opt/app/source", name: path}).carries(
             "/opt/app/source/answer", file
         )
+    rules = CarryRules({"PATH": "/bin", "PWD": "/opt/app/source"}, tools=["/opt/app", "/opt/a:b"])
+    assert rules.carries("/opt/app/source/answer", file) and not rules.carries("/opt/a:b/run", file)
     rules = CarryRules({"PATH": "/bin", "PWD": "/app", "LD_LIBRARY_PATH": "/app"})
     assert rules.carries("/app/answer", file) and not rules.carries("/app/libc.so.6", file)
     rules = CarryRules({"PATH": "/bin", "PWD": "/opt/app/source", name: "/opt/app/source/lib"})

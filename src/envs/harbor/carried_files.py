@@ -22,7 +22,7 @@ from typing import IO
 
 from src.core.errors import AgentFault
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.search_paths import LINKED_TOOLS, LOADED, MODULE_VARIABLES, paths_of
+from src.envs.harbor.search_paths import LOADED, MODULE_VARIABLES, paths_of
 
 MAX_MEMBERS = 100_000
 MAX_BYTES = 2**30
@@ -146,19 +146,21 @@ class CarryRules:
     """
 
     def __init__(
-        self, environment: Mapping[str, str], modules: Iterable[str] = (), interpreters: Iterable[str] = ()
+        self,
+        environment: Mapping[str, str],
+        modules: Iterable[str] = (),
+        interpreters: Iterable[str] = (),
+        tools: Iterable[str] = (),
     ) -> None:
-        """`modules` are the module directories that existed before the agent acted, and `interpreters` are
-        the directories that contained a Python interpreter.
+        """`modules` are the module directories that existed before the agent acted, `interpreters` are the
+        directories that contained a Python interpreter, and `tools` are the `linked_tools`.
         """
         paths = {
             name: [_normalize(path) for path in paths_of(name, value) if path.startswith("/")]
             for name, value in environment.items()
         }
         workdirs = paths.get("PWD", [])
-        loaded = [
-            path for name in paths if LOADED.fullmatch(name) or name == LINKED_TOOLS for path in paths[name]
-        ]
+        loaded = [path for name in paths if LOADED.fullmatch(name) for path in paths[name]]
         module_paths = [
             path
             for name in MODULE_VARIABLES
@@ -167,10 +169,14 @@ class CarryRules:
         ]
         homes = [home for home in paths.get("HOME", ["/root"]) if home != "/"]
         self._path_directories = {*paths.get("PATH", []), *map(_normalize, interpreters)}
-        tools = {match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))}
+        path_tools = {
+            match[1] for path in self._path_directories if (match := PROGRAMS_OF_TOOL.fullmatch(path))
+        }
         # A path that contains the working directory is not excluded, because the work would be left out.
         whole = [
-            path for path in (*loaded, *tools) if not any(is_same_or_below(work, path) for work in workdirs)
+            path
+            for path in (*loaded, *path_tools, *tools)
+            if not any(is_same_or_below(work, path) for work in workdirs)
         ]
         libraries = [f"{path}/*.so*" for path in paths.get("LD_LIBRARY_PATH", [])]
         patterns = [

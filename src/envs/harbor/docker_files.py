@@ -41,7 +41,7 @@ from src.envs.harbor.carried_files import (
     is_below,
     is_same_or_below,
 )
-from src.envs.harbor.search_paths import complete_output, search_paths
+from src.envs.harbor.search_paths import complete_output, linked_tools, search_paths
 from src.envs.sandbox.containers import find_container
 from src.envs.sandbox.docker import engine
 
@@ -163,6 +163,7 @@ class DockerFiles:
         self._environment = environment
         self._verifier_variables = verifier_variables
         self._variables: Mapping[str, str] = {}
+        self._tools: Sequence[str] = ()
         self._accounts = b""
         self._baseline = ArchiveSize()
 
@@ -189,6 +190,7 @@ class DockerFiles:
             self._variables = await search_paths(
                 self._accounts, output_of, variables, self._verifier_variables, libraries
             )
+            self._tools = await linked_tools(self._variables.get("PATH", ""), output_of)
             await asyncio.to_thread(_in_container, environment, self._measure_volumes)
 
     async def freeze(self) -> None:
@@ -224,7 +226,9 @@ class DockerFiles:
         difference = _difference(container)
         modules = {path[: match.end()] for path in difference for match in MODULE_DIRECTORY.finditer(path)}
         modules = {path for path in modules if difference.get(path, MODIFIED) == MODIFIED}
-        rules = CarryRules(self._variables, modules, _interpreter_directories(container, difference))
+        rules = CarryRules(
+            self._variables, modules, _interpreter_directories(container, difference), self._tools
+        )
         removed = [
             path
             for path, kind in difference.items()

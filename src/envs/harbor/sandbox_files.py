@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -25,7 +25,7 @@ from src.envs.harbor.carried_files import (
     module_directories,
     parse_listing,
 )
-from src.envs.harbor.search_paths import complete_output, search_paths
+from src.envs.harbor.search_paths import complete_output, linked_tools, search_paths
 from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 from src.envs.sandbox.file_copy import write_untrusted_file
 
@@ -59,6 +59,7 @@ class SandboxFiles:
         self._verifier_variables = verifier_variables
         self._before: Mapping[str, FileEntry] = {}
         self._variables: Mapping[str, str] = {}
+        self._tools: Sequence[str] = ()
         self._accounts = b""
 
     async def snapshot(self) -> None:
@@ -70,6 +71,7 @@ class SandboxFiles:
             self._environment.environment_variables,
             self._verifier_variables,
         )
+        self._tools = await linked_tools(self._variables.get("PATH", ""), self._output_of)
 
     async def freeze(self) -> None:
         """Kill the agent's processes. From now on, directories that Harbor uploads are not copied into the
@@ -86,6 +88,7 @@ class SandboxFiles:
             self._variables,
             module_directories(self._before),
             interpreter_directories(self._before),
+            self._tools,
         )
         changes = await asyncio.to_thread(changes_between, self._before, after, rules)
         uploads = self._environment.held_uploads or []

@@ -26,8 +26,6 @@ MODULE_VARIABLES = (
 # Programs read the hidden files of HOME. PWD is needed because a directory in /opt that contains the working
 # directory of the task does not count as an installed program (`CarryRules`).
 OTHER_VARIABLES = ("PATH", "HOME", "PWD")
-LINKED_TOOLS = "LINKED_TOOLS"
-"""The name under which `search_paths` adds the tools to which links in PATH lead."""
 TOOL = re.compile("/opt/[^/]+")  # a tool that is not in a standard directory
 MAX_LINKS = 40  # on the way to one path, as in the kernel
 MAX_PATHS = 500  # in one script, because Linux limits the length of an argument to 128 KiB
@@ -61,13 +59,12 @@ def home_directories(accounts: bytes, workdirs: str) -> str:
 
 
 async def search_paths(accounts: bytes, run: RunScript, *environments: Mapping[str, str]) -> dict[str, str]:
-    """Return the `search_variables` of all environments with the targets of symbolic links, and LINKED_TOOLS.
-    HOME also contains the home directories of `accounts`, the contents of /etc/passwd.
+    """Return the `search_variables` of all environments with the targets of symbolic links. HOME also
+    contains the home directories of `accounts`, the contents of /etc/passwd.
     """
     variables = search_variables(*environments)
     homes = {"HOME": home_directories(accounts, variables["PWD"])}
-    variables = await with_link_targets(search_variables(variables, homes), run)
-    return {**variables, LINKED_TOOLS: ":".join(await linked_tools(variables.get("PATH", ""), run))}
+    return await with_link_targets(search_variables(variables, homes), run)
 
 
 async def with_link_targets(variables: Mapping[str, str], run: RunScript) -> dict[str, str]:
